@@ -22,11 +22,14 @@ pub struct MlpView<'a> {
     pub layer: usize,
     /// The MLP's input, (hidden).
     pub input: &'a [f32],
-    /// What it computes.
+    /// Its active set.
     pub active: &'a Mask,
+    /// Whether the active set is what is computed. At the last position of a prompt every neuron is, and the set is what
+    /// stays in the slots.
+    pub computed: bool,
 }
 
-/// Sees every sparse MLP of decoded tokens.
+/// Sees every sparse MLP of decoded tokens and of the last position of a prompt.
 pub type Watcher = Box<dyn FnMut(MlpView<'_>) + Send>;
 
 /// A model that runs: resident weights, slots, keys and values, and where the sequence stands.
@@ -200,7 +203,7 @@ impl Engine {
         &self.prefill
     }
 
-    /// Lets `watcher` see every sparse MLP of decoded tokens.
+    /// Lets `watcher` see sparse MLPs.
     pub fn watch(&mut self, watcher: Option<Watcher>) {
         self.watcher = watcher;
     }
@@ -259,10 +262,7 @@ impl Engine {
             let active = self.sets.set(layer as u16);
             self.active_ids.clear();
             self.active_ids.extend(active.ones());
-            if let Some(watcher) = &mut self.watcher {
-                let input = &self.workspace.normed[..self.geometry.hidden];
-                watcher(MlpView { position: self.position, layer, input, active });
-            }
+            self.show_watcher(layer, self.position, 0, true);
         }
         let active = if sparse { &self.active_ids } else { &self.all_ids };
         let (rows, slot_of) = self.store.rows(layer);
@@ -270,6 +270,15 @@ impl Engine {
         self.backend.row_mlp(rows, active, slot_of, normed, residual)?;
         self.store.release(layer, &self.sets, &mut self.token);
         Ok(())
+    }
+
+    /// Shows the watcher a sparse layer's input in row `row` of the workspace.
+    pub(crate) fn show_watcher(&mut self, layer: usize, position: usize, row: usize, computed: bool) {
+        if let Some(watcher) = &mut self.watcher {
+            let hidden = self.geometry.hidden;
+            let input = &self.workspace.normed[row * hidden..(row + 1) * hidden];
+            watcher(MlpView { position, layer, input, active: self.sets.set(layer as u16), computed });
+        }
     }
 
     pub(crate) fn attend(&mut self, layer: usize, tokens: usize) -> Result<()> {

@@ -19,6 +19,7 @@ mod engine;
 mod error;
 pub mod eval;
 pub mod generate;
+pub mod importance;
 pub mod io;
 pub mod model;
 mod predictor;

@@ -128,6 +128,7 @@ impl Engine {
     fn streamed_mlp(&mut self, layer: usize, tokens: usize, last: bool, stream: &mut BlockStream) -> Result<()> {
         let keep = last && !self.settings.rows.shared;
         if keep {
+            self.show_watcher(layer, self.position + tokens - 1, tokens - 1, false);
             self.store.begin_keep(layer, self.sets.set(layer as u16));
         }
         while let Some((_, neurons)) = stream.blocks.get(stream.next).filter(|(of, _)| *of == layer) {

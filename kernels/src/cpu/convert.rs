@@ -144,3 +144,117 @@ pub(crate) fn bytes_of(values: &[f32]) -> &[u8] {
     // SAFETY: an f32 has no padding, and any bytes are a `[u8]`.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    const DTYPES: [Dtype; 3] = [Dtype::F16, Dtype::Bf16, Dtype::F32];
+
+    /// Repeatable values in -1..1.
+    fn values(count: usize, seed: u32) -> Vec<f32> {
+        let mix = |index: u32| (index ^ seed.wrapping_mul(0x85eb_ca6b)).wrapping_mul(0x9e37_79b1) >> 8;
+        (0..count as u32).map(|index| mix(index) as f32 / (1 << 23) as f32 - 1.0).collect()
+    }
+
+    /// The stored bytes of `values`, and what they stand for.
+    fn stored(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f64>) {
+        let one = |&value: &f32| match dtype {
+            Dtype::F16 => (f16::from_f32(value).to_le_bytes().to_vec(), f16::from_f32(value).to_f64()),
+            Dtype::Bf16 => (bf16::from_f32(value).to_le_bytes().to_vec(), bf16::from_f32(value).to_f64()),
+            Dtype::F32 => (value.to_le_bytes().to_vec(), f64::from(value)),
+        };
+        let (bytes, wide): (Vec<_>, Vec<_>) = values.iter().map(one).unzip();
+        (bytes.concat(), wide)
+    }
+
+    struct Dots<'a, const R: usize>([&'a [u8]; R], &'a [f32]);
+    impl<const R: usize> Kernel for Dots<'_, R> {
+        type Output = [f32; R];
+        #[inline(always)]
+        fn run<L: Lanes, E: Element>(self, lanes: L) -> [f32; R] {
+            dots::<L, E, R>(lanes, self.0, self.1)
+        }
+    }
+
+    struct AddScaled<'a, const R: usize>([f32; R], [&'a [u8]; R], &'a mut [f32]);
+    impl<const R: usize> Kernel for AddScaled<'_, R> {
+        type Output = ();
+        #[inline(always)]
+        fn run<L: Lanes, E: Element>(self, lanes: L) {
+            add_scaled::<L, E, R>(lanes, self.0, self.1, self.2);
+        }
+    }
+
+    #[track_caller]
+    fn check_dots(path: Path, dtype: Dtype, count: usize) {
+        let x = values(count, 1);
+        let rows: Vec<_> = (2..6).map(|seed| stored(dtype, &values(count, seed))).collect();
+        let together = path.run(dtype, Dots::<4>(std::array::from_fn(|row| &rows[row].0[..]), &x));
+        for ((bytes, wide), found) in rows.iter().zip(together) {
+            let [alone] = path.run(dtype, Dots::<1>([bytes], &x));
+            assert_eq!(alone.to_bits(), found.to_bits(), "{path:?} {dtype:?} {count}: company changes a result");
+            let expected: f64 = wide.iter().zip(&x).map(|(a, &b)| a * f64::from(b)).sum();
+            // Each of `count` additions rounds a sum whose terms are below 1.
+            let tolerance = f64::from(f32::EPSILON) * (count as f64 + 1.0);
+            assert!(
+                (f64::from(found) - expected).abs() <= tolerance,
+                "{path:?} {dtype:?} {count}: {found}, {expected}"
+            );
+        }
+    }
+
+    #[track_caller]
+    fn check_add_scaled(path: Path, dtype: Dtype, count: usize) {
+        let y = values(count, 1);
+        let factors = [0.5, -0.75, 0.1];
+        let rows: Vec<_> = (2..5).map(|seed| stored(dtype, &values(count, seed))).collect();
+        let mut together = y.clone();
+        path.run(dtype, AddScaled::<3>(factors, std::array::from_fn(|row| &rows[row].0[..]), &mut together));
+        let mut alone = y.clone();
+        for ((bytes, _), factor) in rows.iter().zip(factors) {
+            path.run(dtype, AddScaled::<1>([factor], [bytes], &mut alone));
+        }
+        assert_eq!(alone, together, "{path:?} {dtype:?} {count}: company changes a result");
+        for index in 0..count {
+            let terms = rows.iter().zip(factors).map(|((_, wide), factor)| wide[index] * f64::from(factor));
+            let expected = f64::from(y[index]) + terms.sum::<f64>();
+            // Six roundings of values below 2.4.
+            let tolerance = 15.0 * f64::from(f32::EPSILON);
+            assert!((f64::from(together[index]) - expected).abs() <= tolerance, "{path:?} {dtype:?} {count} {index}");
+        }
+    }
+
+    #[test]
+    fn every_path_agrees_with_the_plain_sum() {
+        for path in Path::all() {
+            for dtype in DTYPES {
+                for count in [0, 1, 7, 8, 16, 31, 32, 33, 72, 100, 576, 4096] {
+                    check_dots(path, dtype, count);
+                    check_add_scaled(path, dtype, count);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_16_bit_value_widens_exactly() {
+        let bits = 0..=u16::MAX;
+        let bytes: Vec<u8> = bits.clone().flat_map(u16::to_le_bytes).collect();
+        let mut found = vec![0.0; 1 << 16];
+        for path in Path::all() {
+            for (dtype, widened) in [
+                (Dtype::F16, (|bits| f16::from_bits(bits).to_f32()) as fn(u16) -> f32),
+                (Dtype::Bf16, |bits| bf16::from_bits(bits).to_f32()),
+            ] {
+                widen_row(path, dtype, &bytes, &mut found);
+                for (bits, &found) in bits.clone().zip(&found) {
+                    let expected = widened(bits);
+                    let same = found.to_bits() == expected.to_bits() || (found.is_nan() && expected.is_nan());
+                    assert!(same, "{path:?} {dtype:?} {bits:#06x}: {found}, expected {expected}");
+                }
+            }
+        }
+    }
+}

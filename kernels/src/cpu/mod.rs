@@ -62,6 +62,13 @@ impl Cpu {
         Ok(Self { pool: Pool::new(threads)?, path: Path::best(), scratch: Scratch::default() })
     }
 
+    /// A backend for each set of instructions that this machine has.
+    #[cfg(test)]
+    pub(crate) fn of_every_path(threads: usize) -> Vec<Self> {
+        let of_path = |path| Self { path, ..Self::new(threads).expect("threads start") };
+        Path::all().into_iter().map(of_path).collect()
+    }
+
     /// Threads that compute, the caller's included.
     pub fn threads(&self) -> usize {
         self.pool.threads()

@@ -1,0 +1,7 @@
+//! Tests that span crates. One binary, one module a theme; the programs under test are started as a user starts them.
+
+mod damage;
+mod kill;
+mod programs;
+mod tidy;
+mod tiny;

@@ -1,0 +1,3 @@
+//! np-train.
+mod model;
+pub use model::{Network, Shape, Weights};
