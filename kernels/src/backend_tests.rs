@@ -350,13 +350,13 @@ fn shuffled() -> Vec<usize> {
 }
 
 /// Repeatable values in -1..1.
-fn values(count: usize, seed: u32) -> Vec<f32> {
+pub(crate) fn values(count: usize, seed: u32) -> Vec<f32> {
     let mix = |index: u32| (index ^ seed.wrapping_mul(0x85eb_ca6b)).wrapping_mul(0x9e37_79b1) >> 8;
     (0..count as u32).map(|index| mix(index) as f32 / (1 << 23) as f32 - 1.0).collect()
 }
 
 /// The stored bytes of `values`, and what they stand for.
-fn stored(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f64>) {
+pub(crate) fn stored(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f64>) {
     let one = |&value: &f32| match dtype {
         Dtype::F16 => (f16::from_f32(value).to_le_bytes().to_vec(), f16::from_f32(value).to_f64()),
         Dtype::Bf16 => (bf16::from_f32(value).to_le_bytes().to_vec(), bf16::from_f32(value).to_f64()),

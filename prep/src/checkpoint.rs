@@ -56,7 +56,8 @@ impl Checkpoint {
         })?;
         let mut geometry = Geometry::from_config(&config_path, &config)?;
         let located = locate(directory)?;
-        let files = located.files().iter().map(|path| TensorFile::open(path)).collect::<np_formats::Result<Vec<_>>>()?;
+        let files =
+            located.files().iter().map(|path| TensorFile::open(path)).collect::<np_formats::Result<Vec<_>>>()?;
         let tensors = index(&located, &files, narrow_to.unwrap_or(Dtype::F16))?;
         geometry.tied_embedding = is_tied(&config, tensors.contains_key(HEAD));
         let shapes = tensors.iter().map(|(name, stored)| (name.clone(), stored.shape.clone())).collect();

@@ -13,6 +13,9 @@ pub enum Error {
     /// One of our own files, a config or a tensor file is not as it must be.
     #[error(transparent)]
     Format(#[from] np_formats::Error),
+    /// The forward pass of the runtime failed.
+    #[error(transparent)]
+    Runtime(#[from] np_runtime::Error),
     /// The operating system refused.
     #[error("{path}: {action}: {source}")]
     Io {

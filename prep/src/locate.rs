@@ -82,32 +82,36 @@ fn is_plain_name(name: &str) -> bool {
     !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }
 
-/// Says what the directory holds instead, and what to do about that.
 fn nothing_found(directory: &Path) -> Error {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort();
+    let names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    Error::Source { path: directory.into(), problem: explain_absence(&names) }
+}
+
+/// Says what a directory or repository with files of these names holds instead of tensors that can be read, and what to
+/// do about that.
+pub fn explain_absence(names: &[String]) -> String {
     let ending = |ending: &str| -> Vec<&str> {
-        names.iter().map(String::as_str).filter(|name| name.ends_with(ending)).collect()
+        let mut found: Vec<&str> = names.iter().map(String::as_str).filter(|name| name.ends_with(ending)).collect();
+        found.sort_unstable();
+        found
     };
     let (pickles, tensors, ggufs) = (ending(".bin"), ending(".safetensors"), ending(".gguf"));
-    let problem = if tensors.iter().any(|name| name.starts_with("consolidated")) {
+    if tensors.iter().any(|name| name.starts_with("consolidated")) {
         "only Mistral's own consolidated.safetensors is there, whose tensors have other names; \
          fetch the model-*.safetensors of the same repository"
-            .to_string()
+            .into()
     } else if !tensors.is_empty() {
         format!("{INDEX_NAME} is missing beside {}; fetch it from the same repository", tensors.join(", "))
     } else if !pickles.is_empty() {
         format!(
             "only PyTorch files are there ({}); convert them once: python3 -c \"from transformers import \
-             AutoModelForCausalLM as M; M.from_pretrained('{}').save_pretrained('converted')\"",
-            pickles.join(", "),
-            directory.display()
+             AutoModelForCausalLM as M; M.from_pretrained('DIRECTORY').save_pretrained('CONVERTED')\"",
+            pickles.join(", ")
         )
     } else if !ggufs.is_empty() {
-        format!("holds {}; name that file instead of the directory", ggufs.join(", "))
+        format!("holds {}; fetch that file and name it instead of the directory", ggufs.join(", "))
     } else {
         format!("neither {TENSORS_NAME} nor {INDEX_NAME} is there; fetch the model again")
-    };
-    Error::Source { path: directory.into(), problem }
+    }
 }

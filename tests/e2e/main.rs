@@ -2,6 +2,7 @@
 
 mod damage;
 mod kill;
+mod main_job;
 mod programs;
 mod tidy;
 mod tiny;

@@ -148,26 +148,10 @@ pub(crate) fn bytes_of(values: &[f32]) -> &[u8] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend_tests::{stored, values};
     use half::{bf16, f16};
 
     const DTYPES: [Dtype; 3] = [Dtype::F16, Dtype::Bf16, Dtype::F32];
-
-    /// Repeatable values in -1..1.
-    fn values(count: usize, seed: u32) -> Vec<f32> {
-        let mix = |index: u32| (index ^ seed.wrapping_mul(0x85eb_ca6b)).wrapping_mul(0x9e37_79b1) >> 8;
-        (0..count as u32).map(|index| mix(index) as f32 / (1 << 23) as f32 - 1.0).collect()
-    }
-
-    /// The stored bytes of `values`, and what they stand for.
-    fn stored(dtype: Dtype, values: &[f32]) -> (Vec<u8>, Vec<f64>) {
-        let one = |&value: &f32| match dtype {
-            Dtype::F16 => (f16::from_f32(value).to_le_bytes().to_vec(), f16::from_f32(value).to_f64()),
-            Dtype::Bf16 => (bf16::from_f32(value).to_le_bytes().to_vec(), bf16::from_f32(value).to_f64()),
-            Dtype::F32 => (value.to_le_bytes().to_vec(), f64::from(value)),
-        };
-        let (bytes, wide): (Vec<_>, Vec<_>) = values.iter().map(one).unzip();
-        (bytes.concat(), wide)
-    }
 
     struct Dots<'a, const R: usize>([&'a [u8]; R], &'a [f32]);
     impl<const R: usize> Kernel for Dots<'_, R> {

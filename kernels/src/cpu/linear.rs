@@ -58,7 +58,8 @@ impl Kernel for RowDots<'_> {
         const TOGETHER: usize = 4;
         let row_bytes = self.x.len() * E::BYTES;
         let row = |index: usize| &self.rows[index * row_bytes..][..row_bytes];
-        let whole = self.out.len() / TOGETHER * TOGETHER;
+        let count = self.out.len();
+        let whole = count / TOGETHER * TOGETHER;
         let mut put = |index: usize, dot: f32| {
             let dot = dot + self.bias.map_or(0.0, |bias| bias[index]);
             match self.output {
@@ -66,12 +67,11 @@ impl Kernel for RowDots<'_> {
                 Output::Add => self.out[index] += dot,
             }
         };
-        let count = whole;
-        for first in (0..count).step_by(TOGETHER) {
+        for first in (0..whole).step_by(TOGETHER) {
             let together = dots::<L, E, TOGETHER>(lanes, std::array::from_fn(|row_at| row(first + row_at)), self.x);
             (0..TOGETHER).for_each(|at| put(first + at, together[at]));
         }
-        for index in count..self.rows.len() / row_bytes {
+        for index in whole..count {
             put(index, dots::<L, E, 1>(lanes, [row(index)], self.x)[0]);
         }
     }
