@@ -124,7 +124,7 @@ fn an_index_that_does_not_fit_its_shards_is_refused() {
     check_refused(directory.path(), None, &["model-00001-of-00003", GATE, "not there"]);
     index["weight_map"][GATE] = json!("../model.safetensors");
     fs::write(&path, index.to_string()).unwrap();
-    check_refused(directory.path(), None, &["index.json", "../model.safetensors"]);
+    check_refused(directory.path(), None, &["index.json", "../model.safetensors", "not a file beside it"]);
     fs::write(&path, "{").unwrap();
     check_refused(directory.path(), None, &["index.json"]);
 }

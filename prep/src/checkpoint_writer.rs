@@ -86,10 +86,13 @@ mod tests {
         writer.write(&[4, 5, 6, 7, 8]).unwrap();
         let sha256 = writer.finish().unwrap();
         let bytes = fs::read(directory.path().join("model.safetensors")).unwrap();
-        let header = br#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F16","shape":[2],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1,1],"data_offsets":[4,8]}}"#;
+        let header = concat!(
+            r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F16","shape":[2],"data_offsets":[0,4]},"#,
+            r#""a":{"dtype":"F32","shape":[1,1],"data_offsets":[4,8]}}"#,
+        );
         let header_bytes = header.len().next_multiple_of(8);
         assert_eq!(bytes[..8], (header_bytes as u64).to_le_bytes());
-        assert_eq!(&bytes[8..8 + header.len()], header);
+        assert_eq!(&bytes[8..8 + header.len()], header.as_bytes());
         assert_eq!(bytes[8 + header_bytes..], [1, 2, 3, 4, 5, 6, 7, 8]);
         assert_eq!(sha256, hex(&Sha256::digest(&bytes)));
     }

@@ -35,7 +35,10 @@ pub enum Error {
         problem: String,
     },
     /// The index names shards that are not there.
-    #[error("{index}: {} of {total} shards are missing: {}; incomplete download? fetch them again", missing.len(), missing.join(", "))]
+    #[error(
+        "{index}: {} of {total} shards are missing: {}; incomplete download? fetch them again",
+        missing.len(), missing.join(", ")
+    )]
     MissingShards {
         /// The index.
         index: PathBuf,
@@ -55,7 +58,10 @@ pub enum Error {
         dtype: String,
     },
     /// A value is too large for the 16-bit type it should become, or is not a number.
-    #[error("{path}: tensor {tensor}: value {index} ({value}) does not fit {}; {}", dtype.name(), overflow_remedy(*dtype))]
+    #[error(
+        "{path}: tensor {tensor}: value {index} ({value}) does not fit {}; {}",
+        dtype.name(), overflow_remedy(*dtype)
+    )]
     Overflow {
         /// The file.
         path: PathBuf,
@@ -95,9 +101,7 @@ pub enum Error {
         revision: String,
     },
     /// The hub wants a token, or another one.
-    #[error(
-        "{repo}: access refused: {answer}; accept the model's terms on its page and set HF_TOKEN to a token that may read it"
-    )]
+    #[error("{repo}: access refused: {answer}; accept the terms on the model's page and set HF_TOKEN")]
     AccessRefused {
         /// The repository.
         repo: String,

@@ -5,8 +5,10 @@ use crate::gguf_metadata::Metadata;
 use serde_json::{Map, Value, json};
 
 /// Qwen2's pre-tokenizer, as its own tokenizer.json has it.
-const QWEN2_SPLIT: &str =
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2_SPLIT: &str = concat!(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+);
 
 /// Token types that GGUF tells apart: ordinary ones, ones that the user never types, ones that were added by hand.
 const NORMAL: i32 = 1;
@@ -73,7 +75,11 @@ impl<'a> Tokens<'a> {
 fn tokenizer(metadata: &Metadata, tokens: &Tokens) -> Result<Value> {
     const PRE: &str = "tokenizer.ggml.pre";
     let pre = metadata.need(PRE, Metadata::text)?;
-    let byte_level = |use_regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex});
+    let byte_level = |use_regex: bool| {
+        let mut level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true});
+        level["use_regex"] = use_regex.into();
+        level
+    };
     let (normalizer, splits, special_in_vocabulary) = match pre {
         "smollm" => (Value::Null, json!([{"type": "Digits", "individual_digits": true}, byte_level(true)]), true),
         "qwen2" => {

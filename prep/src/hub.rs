@@ -47,11 +47,11 @@ impl HubSettings {
     }
 }
 
-/// Fetches what is needed of `repo` (`OWNER/NAME`) at `revision` and returns the checkpoint directory: the snapshot in the
-/// cache or, if it is given, `directory`, which then has its own names for the same files.
+/// Fetches what is needed of `repo` (`OWNER/NAME`) at `revision` and returns the checkpoint directory: the snapshot in
+/// the cache or, if it is given, `directory`, which then has its own names for the same files.
 ///
-/// What is whole in the cache is not fetched again. The config is looked at first, so that a model that is not supported
-/// is refused before gigabytes of it are fetched.
+/// What is whole in the cache is not fetched again. The config is looked at first, so that a model that is not
+/// supported is refused before gigabytes of it are fetched.
 pub fn download(
     repo: &str,
     revision: &str,

@@ -1,10 +1,11 @@
 //! np-prep: from a checkpoint to an artifact directory.
 
-use anyhow::{Result, anyhow};
+use anyhow::{Context, Result, anyhow};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use np_formats::{Dtype, Projection};
 use np_prep::{BuildOptions, Checkpoint, CollectOptions, HubSettings, Progress, source_of};
 use np_runtime::budget::parse_size;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -52,14 +53,14 @@ enum Command {
         /// The artifact directory.
         model: PathBuf,
         #[command(flatten)]
-        collect: Collect,
+        collect: CollectFlags,
     },
     /// Makes the vocabulary of masks from the traces.
     BuildCentroids {
         /// The artifact directory.
         model: PathBuf,
         #[command(flatten)]
-        build: Build,
+        build: BuildFlags,
     },
     /// All of the above, from a model in any form to an artifact directory.
     All {
@@ -73,9 +74,9 @@ enum Command {
         #[command(flatten)]
         narrow: Narrow,
         #[command(flatten)]
-        collect: Collect,
+        collect: CollectFlags,
         #[command(flatten)]
-        build: Build,
+        build: BuildFlags,
     },
     /// Checks every bit of an artifact directory.
     Verify {
@@ -106,7 +107,7 @@ enum NarrowDtype {
 }
 
 #[derive(Args)]
-struct Collect {
+struct CollectFlags {
     /// The text, as UTF-8.
     #[arg(long)]
     text: PathBuf,
@@ -125,7 +126,7 @@ struct Collect {
 }
 
 #[derive(Args)]
-struct Build {
+struct BuildFlags {
     /// The masks to cluster.
     #[arg(long, value_enum, default_value = "both")]
     projection: ProjectionChoice,
@@ -157,8 +158,7 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<()> {
     match command {
         Command::Download { repo, revision, dir } => {
-            println!("{}", download(&repo, &revision, dir.as_deref())?.display());
-            Ok(())
+            say(&download(&repo, &revision, dir.as_deref())?.display().to_string())
         }
         Command::Import { source, directory, narrow } => import(&source, &directory, narrow.dtype()),
         Command::Repack { directory, out, narrow } => repack(&directory, &out, narrow.dtype()),
@@ -173,11 +173,7 @@ fn run(command: Command) -> Result<()> {
         Command::Verify { model } => verify(&model),
         Command::Inspect { model, json } => {
             let inspection = np_prep::inspect(&model)?;
-            match json {
-                true => println!("{:#}", inspection.to_json()),
-                false => print!("{}", inspection.to_text()),
-            }
-            Ok(())
+            say(&if json { format!("{:#}", inspection.to_json()) } else { inspection.to_text() })
         }
     }
 }
@@ -209,8 +205,7 @@ fn download(repo: &str, revision: &str, directory: Option<&Path>) -> Result<Path
 fn import(source: &Path, directory: &Path, dtype: Option<Dtype>) -> Result<()> {
     let imported = np_prep::import(source, directory, dtype, Progress::Terminal)?;
     warn(&imported.warnings);
-    println!("{}: checkpoint of {}", directory.display(), imported.source.name);
-    Ok(())
+    say(&format!("{}: checkpoint of {}", directory.display(), imported.source.name))
 }
 
 fn repack(directory: &Path, out: &Path, dtype: Option<Dtype>) -> Result<()> {
@@ -219,19 +214,17 @@ fn repack(directory: &Path, out: &Path, dtype: Option<Dtype>) -> Result<()> {
     let source = source_of(&checkpoint, Progress::Terminal)?;
     let manifest = np_prep::repack(&checkpoint, &source, out, Progress::Terminal)?;
     let (layers, neurons) = (manifest.geometry.layers, manifest.geometry.intermediate);
-    println!("{}: {} layers of {} neurons, {}", out.display(), layers, neurons, manifest.dtype.name());
-    Ok(())
+    say(&format!("{}: {layers} layers of {neurons} neurons, {}", out.display(), manifest.dtype.name()))
 }
 
-fn run_collect(model: &Path, flags: Collect) -> Result<()> {
-    let Collect { text, tokens, sequence, k_fraction, memory } = flags;
+fn run_collect(model: &Path, flags: CollectFlags) -> Result<()> {
+    let CollectFlags { text, tokens, sequence, k_fraction, memory } = flags;
     let options = CollectOptions { text, tokens, sequence, k_fraction, memory_bytes: memory };
     let made = np_prep::collect(model, &options, Progress::Terminal)?;
-    println!("{}: traces {}", model.display(), outcome(made));
-    Ok(())
+    say(&format!("{}: traces {}", model.display(), outcome(made)))
 }
 
-fn run_build(model: &Path, flags: &Build) -> Result<()> {
+fn run_build(model: &Path, flags: &BuildFlags) -> Result<()> {
     let projection = match flags.projection {
         ProjectionChoice::Joint => Some(Projection::Joint),
         ProjectionChoice::Separate => Some(Projection::Separate),
@@ -244,8 +237,7 @@ fn run_build(model: &Path, flags: &Build) -> Result<()> {
         bar.set_position(done as u64);
     })?;
     bar.finish_and_clear();
-    println!("{}: centroids {}", model.display(), outcome(made));
-    Ok(())
+    say(&format!("{}: centroids {}", model.display(), outcome(made)))
 }
 
 fn verify(model: &Path) -> Result<()> {
@@ -253,8 +245,15 @@ fn verify(model: &Path) -> Result<()> {
     for name in &verified.unknown {
         eprintln!("warning: {}: not part of an artifact directory, not checked", model.join(name).display());
     }
-    println!("{}: {} files are whole", model.display(), verified.whole.len());
-    Ok(())
+    say(&format!("{}: {} files are whole", model.display(), verified.whole.len()))
+}
+
+/// Prints a result. A reader that has seen enough and closed the pipe is no failure.
+fn say(text: &str) -> Result<()> {
+    match writeln!(io::stdout(), "{}", text.trim_end()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error).context("standard output"),
+        _ => Ok(()),
+    }
 }
 
 fn warn(warnings: &[String]) {
