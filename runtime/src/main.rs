@@ -195,8 +195,8 @@ impl EngineFlags {
         }
     }
 
-    /// Opens the engine and says on standard error what was decided.
-    fn open(&self, quiet: bool) -> Result<Engine> {
+    /// Opens the engine and says on standard error what was decided, if somebody is looking.
+    fn open(&self, text: &Text) -> Result<Engine> {
         let bar = progress_bar(0, "layers loaded");
         let engine = Engine::open(&self.model, &self.options(), &mut |done, all| {
             bar.set_length(all as u64);
@@ -204,7 +204,8 @@ impl EngineFlags {
         });
         bar.finish_and_clear();
         let engine = engine?;
-        if !quiet {
+        if !self.json && std::io::stderr().is_terminal() {
+            text.notes().iter().chain(engine.notes()).for_each(|note| eprintln!("note: {note}"));
             describe(&engine, self.selector);
         }
         Ok(engine)
@@ -214,9 +215,6 @@ impl EngineFlags {
 fn describe(engine: &Engine, selector: SelectorKind) {
     let settings = engine.settings();
     let rows = &settings.rows;
-    for note in engine.notes() {
-        eprintln!("note: {note}");
-    }
     let layers = engine.geometry().layers;
     eprint!("{} mode, {} of {layers} layers dense", settings.mode, rows.dense_layers);
     if settings.mode != Mode::Resident {
@@ -249,7 +247,7 @@ fn run_generate(flags: &Generate) -> Result<()> {
         bail!("{problem}");
     }
     let text = load_text(&flags.engine.model)?;
-    let mut engine = flags.engine.open(flags.engine.json)?;
+    let mut engine = flags.engine.open(&text)?;
     let prompt = match flags.chat {
         true => {
             let turn = Message { role: "user".into(), content: flags.prompt.clone() };
@@ -286,7 +284,9 @@ fn run_generate(flags: &Generate) -> Result<()> {
         if flags.stats {
             print_token_stats(&per_token);
         }
-        print_summary(&made);
+        if flags.stats || std::io::stderr().is_terminal() {
+            print_summary(&made);
+        }
     }
     Ok(())
 }
@@ -294,11 +294,7 @@ fn run_generate(flags: &Generate) -> Result<()> {
 fn load_text(model: &Path) -> Result<Text> {
     // The manifest first: it names what kind of directory is expected.
     Manifest::open(model)?;
-    let text = Text::load(model)?;
-    for note in text.notes() {
-        eprintln!("note: {note}");
-    }
-    Ok(text)
+    Ok(Text::load(model)?)
 }
 
 fn dump_active(engine: &mut Engine, path: &Path) -> Result<()> {
@@ -392,7 +388,7 @@ fn run_eval(flags: &Eval) -> Result<()> {
     if tokens.len() < 2 {
         bail!("{}: holds fewer than two tokens", flags.text.display());
     }
-    let mut engine = flags.engine.open(flags.engine.json)?;
+    let mut engine = flags.engine.open(&text)?;
     let neurons = open_neurons(&flags.engine.model, &Manifest::open(&flags.engine.model)?)?;
     let bar = progress_bar(tokens.len() as u64, "tokens scored");
     let options = EvalOptions { window: flags.window, recall_every: flags.recall_every };

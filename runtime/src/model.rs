@@ -57,11 +57,8 @@ impl ResidentFile {
     /// Reads the embedding, the last norm and the head.
     pub fn ends<B: Backend>(&self, backend: &mut B, geometry: &Geometry) -> Result<Ends<B>> {
         let (vocab, hidden) = (geometry.vocab, geometry.hidden);
-        let head = if geometry.tied_embedding {
-            None
-        } else {
-            Some(self.matrix(backend, "lm_head.weight", vocab, hidden)?)
-        };
+        let head =
+            if geometry.tied_embedding { None } else { Some(self.matrix(backend, "lm_head.weight", vocab, hidden)?) };
         Ok(Ends {
             embedding: self.matrix(backend, "model.embed_tokens.weight", vocab, hidden)?,
             norm: self.vector(backend, "model.norm.weight", hidden)?,
@@ -226,9 +223,7 @@ pub fn attention<B: Backend>(
     let (eps, shape) = (geometry.rms_norm_eps, attention_shape(geometry));
     let Workspace { residual, normed, query, key, value, attended, .. } = workspace;
     backend.rms_norm(&weights.input_norm, eps, residual, tokens, normed)?;
-    for (projection, out) in
-        [(&weights.query, &mut *query), (&weights.key, &mut *key), (&weights.value, &mut *value)]
-    {
+    for (projection, out) in [(&weights.query, &mut *query), (&weights.key, &mut *key), (&weights.value, &mut *value)] {
         backend.linear(&projection.weight, projection.bias.as_ref(), normed, tokens, out, Output::Write)?;
     }
     if let Some(norm) = &weights.query_norm {

@@ -69,12 +69,7 @@ pub struct RowStore {
 
 impl RowStore {
     /// Empty slots for every layer of the file. Dense layers are loaded by [`RowStore::load_dense`].
-    pub fn new(
-        header: NeuronFileHeader,
-        layout: RowLayout,
-        policy: ReadPolicy,
-        transfer: Transfer,
-    ) -> Result<Self> {
+    pub fn new(header: NeuronFileHeader, layout: RowLayout, policy: ReadPolicy, transfer: Transfer) -> Result<Self> {
         let (layers, neurons) = (usize::from(header.layers), header.neurons as usize);
         let own = if layout.shared { layout.dense_layers } else { layers };
         let mut owners = Vec::new();

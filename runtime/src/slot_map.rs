@@ -96,9 +96,8 @@ impl SlotMap {
         if count < self.leavers.len() {
             let uses = &self.uses;
             // Ties go by neuron, so that the same tokens always give the same slots.
-            self.leavers.select_nth_unstable_by(count, |&a, &b| {
-                uses[a as usize].total_cmp(&uses[b as usize]).then(a.cmp(&b))
-            });
+            self.leavers
+                .select_nth_unstable_by(count, |&a, &b| uses[a as usize].total_cmp(&uses[b as usize]).then(a.cmp(&b)));
             self.leavers.truncate(count);
         }
         // Highest slot first, so that the lowest is given out first.

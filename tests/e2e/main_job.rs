@@ -4,7 +4,7 @@ use crate::programs::{calibration_text, fixture, gguf, program, succeed};
 use serde_json::Value;
 use std::path::Path;
 
-const ENGINE: [&str; 4] = ["--selector", "mixture", "--k-fraction", "0.688"];
+const ENGINE: [&str; 6] = ["--dense-layers", "1", "--selector", "mixture", "--k-fraction", "0.688"];
 
 #[test]
 fn from_gguf_to_text() {
@@ -33,7 +33,7 @@ fn generates_the_same_text_from_both_readers(artifact: &Path) {
 }
 
 fn reads_the_right_number_of_neurons(artifact: &Path) {
-    let report = evaluate(artifact, &["--selector", "static", "--k-fraction", "0.5"]);
+    let report = evaluate(artifact, &["--dense-layers", "1", "--selector", "static", "--k-fraction", "0.5"]);
     assert_eq!(report["k"], 768, "half of 1,536 neurons");
     assert_eq!(report["rows_per_token"], 0.0, "static reads nothing once it has started");
 }

@@ -18,7 +18,7 @@ const PROMPT: &str = "Explain in a few sentences why the sky is blue.";
 /// Calibration tokens: enough for a vocabulary of 64 centroids a layer, few enough for two cores.
 const TOKENS: &str = "49152";
 /// The smallest share of neurons at which this small model still reads well.
-const ENGINE: [&str; 4] = ["--selector", "mixture", "--k-fraction", "0.688"];
+const ENGINE: [&str; 6] = ["--dense-layers", "1", "--selector", "mixture", "--k-fraction", "0.688"];
 
 /// How long the hub may take to answer at all, and how long the whole download may take.
 const HUB_ANSWER: Duration = Duration::from_secs(5);

@@ -69,14 +69,7 @@ impl Selector for Mixture {
         point == Point::LayerOutput(0)
     }
 
-    fn observe(
-        &mut self,
-        _: Point,
-        residual: &[f32],
-        _: Option<&[f32]>,
-        previous: &[Mask],
-        out: &mut ActiveSets,
-    ) {
+    fn observe(&mut self, _: Point, residual: &[f32], _: Option<&[f32]>, previous: &[Mask], out: &mut ActiveSets) {
         let logits = self.predictor.logits(residual);
         for (index, table) in self.tables.iter().enumerate() {
             let layer = self.first + index;
