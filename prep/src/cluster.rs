@@ -1,7 +1,8 @@
 //! Clusters masks: many tokens' masks in, a few centroids and each token's label out.
 //!
 //! linfa's k-means on a random projection gives the start; Lloyd's algorithm on packed bits finishes. A centroid is the
-//! mean of its masks in steps of a fifteenth, held as four bit planes, so that a token's distance to it is popcounts.
+//! mean of its masks in steps of a fifteenth, so that sixteen steps fit a byte and a token's distance to it is sums of
+//! bytes, 16 and more at a time.
 //! All sums that decide anything are of integers: neither the number of threads nor their order changes a label.
 
 use linfa::DatasetBase;
@@ -16,18 +17,20 @@ use rayon::prelude::*;
 
 /// Tokens that place the centroids. More of them hardly move a mean of a hundred masks; all tokens get a label.
 const LLOYD_TOKENS_MAX: usize = 8_192;
-/// Tokens that linfa sees: its seeding costs tokens × dimensions × centroids².
-const START_TOKENS_MAX: usize = 2_048;
+/// Tokens that linfa sees, for each centroid and at most: its seeding costs tokens × dimensions × centroids².
+const START_TOKENS_PER_CENTROID: usize = 16;
+const START_TOKENS_MAX: usize = 4_096;
 /// Dimensions of the random projection: distances survive to about an eighth, enough to start from.
 const START_DIMENSIONS: usize = 64;
 /// linfa's iterations.
 const START_ITERATIONS: u64 = 4;
 /// Iterations of Lloyd's algorithm; labels settle within about ten.
 const LLOYD_ITERATIONS: usize = 10;
-/// Bit planes of a centroid.
-const PLANES: usize = 4;
-/// The share 1 in steps of the planes.
-const SCALE: i64 = (1 << PLANES) - 1;
+/// The share 1 in steps of a centroid.
+const SCALE: i64 = 15;
+/// Steps that a byte can sum.
+const STEPS_PER_SUM: usize = 16;
+const _: () = assert!(SCALE as usize * STEPS_PER_SUM <= u8::MAX as usize);
 
 /// Masks of many tokens over the same neurons, packed one after another.
 #[derive(Clone, Copy)]
@@ -153,7 +156,7 @@ fn start(masks: PackedMasks<'_>, tokens: &[u32], options: ClusterOptions, rng: &
         let values: Vec<f32> = shared.collect();
         Array2::from_shape_vec((tokens.len(), START_DIMENSIONS), values).expect("one row per token")
     };
-    let few = sample(tokens, START_TOKENS_MAX, rng);
+    let few = sample(tokens, START_TOKENS_MAX.min(START_TOKENS_PER_CENTROID * options.centroids), rng);
     let model = KMeans::params_with_rng(options.centroids, rng.clone())
         .n_runs(1)
         .max_n_iterations(START_ITERATIONS)
@@ -165,8 +168,8 @@ fn start(masks: PackedMasks<'_>, tokens: &[u32], options: ClusterOptions, rng: &
 
 /// A centroid's mean mask in steps of 1 / [`SCALE`].
 struct Centroid {
-    /// (planes, words): bit b of each neuron's step.
-    planes: Vec<u64>,
+    /// (words * 64): each neuron's share of the masks, in steps.
+    steps: Vec<u8>,
     /// Sum of squared steps.
     square: i64,
 }
@@ -186,15 +189,11 @@ fn means(masks: PackedMasks<'_>, members: &[Vec<u32>]) -> Vec<Option<Centroid>> 
         if count == 0 {
             return None;
         }
-        let words = masks.row_words();
-        let mut centroid = Centroid { planes: vec![0; PLANES * words], square: 0 };
-        for (neuron, &occurrences) in masks.occurrences(tokens).iter().enumerate() {
-            let step = (2 * SCALE * i64::from(occurrences) + count) / (2 * count);
-            centroid.square += step * step;
-            for plane in 0..PLANES {
-                let bit = (step >> plane & 1) as u64;
-                centroid.planes[plane * words + neuron / MASK_WORD_BITS] |= bit << (neuron % MASK_WORD_BITS);
-            }
+        let mut centroid = Centroid { steps: vec![0; masks.row_words() * MASK_WORD_BITS], square: 0 };
+        for (step, occurrences) in centroid.steps.iter_mut().zip(masks.occurrences(tokens)) {
+            let rounded = (2 * SCALE * i64::from(occurrences) + count) / (2 * count);
+            centroid.square += rounded * rounded;
+            *step = rounded as u8;
         }
         Some(centroid)
     };
@@ -203,18 +202,54 @@ fn means(masks: PackedMasks<'_>, members: &[Vec<u32>]) -> Vec<Option<Centroid>> 
 
 /// The nearest centroid of each of `tokens`; ties go to the lower one.
 fn assign(masks: PackedMasks<'_>, tokens: &[u32], centroids: &[Option<Centroid>]) -> Vec<Nearest> {
-    let nearest = |&token: &u32| -> Nearest {
+    let nearest = |bytes: &mut Vec<u8>, &token: &u32| -> Nearest {
         let row = masks.row(token as usize);
+        unpack(row, bytes);
         let own = SCALE * SCALE * i64::from(shared(row, row));
         let distances = centroids.iter().enumerate().filter_map(|(label, centroid)| {
             let centroid = centroid.as_ref()?;
-            let planes = centroid.planes.chunks_exact(row.len()).enumerate();
-            let product: i64 = planes.map(|(plane, words)| i64::from(shared(row, words)) << plane).sum();
-            Some(Nearest { label: label as u16, distance: own - 2 * SCALE * product + centroid.square })
+            let distance = own - 2 * SCALE * masked_sum(bytes, &centroid.steps) + centroid.square;
+            Some(Nearest { label: label as u16, distance })
         });
         distances.min_by_key(|nearest| nearest.distance).expect("some centroid has members")
     };
-    tokens.par_iter().map(nearest).collect()
+    tokens.par_iter().map_init(|| vec![0; masks.row_words() * MASK_WORD_BITS], nearest).collect()
+}
+
+/// Eight bits as eight bytes, all ones or zero, lowest bit first.
+const UNPACKED: [[u8; 8]; 256] = {
+    let mut table = [[0; 8]; 256];
+    let mut at = 0;
+    while at < 256 * 8 {
+        table[at / 8][at % 8] = if at / 8 >> (at % 8) & 1 == 1 { u8::MAX } else { 0 };
+        at += 1;
+    }
+    table
+};
+
+/// Writes a byte of all ones or zero for each bit of a mask.
+fn unpack(row: &[u64], bytes: &mut [u8]) {
+    for (word, bytes) in row.iter().zip(bytes.chunks_exact_mut(MASK_WORD_BITS)) {
+        for (packed, bytes) in word.to_le_bytes().into_iter().zip(bytes.chunks_exact_mut(8)) {
+            bytes.copy_from_slice(&UNPACKED[packed as usize]);
+        }
+    }
+}
+
+/// Sum of the steps where the mask's byte is all ones and not zero. Both have a multiple of [`MASK_WORD_BITS`] bytes.
+fn masked_sum(mask: &[u8], steps: &[u8]) -> i64 {
+    let pieces = mask.chunks(STEPS_PER_SUM * MASK_WORD_BITS).zip(steps.chunks(STEPS_PER_SUM * MASK_WORD_BITS));
+    let sum = |(mask, steps): (&[u8], &[u8])| -> i64 {
+        let mut sums = [0u8; MASK_WORD_BITS];
+        for (mask, steps) in mask.chunks_exact(MASK_WORD_BITS).zip(steps.chunks_exact(MASK_WORD_BITS)) {
+            for ((sum, mask), step) in sums.iter_mut().zip(mask).zip(steps) {
+                // Sixteen steps fit; saying so keeps the check for overflow out of the innermost loop.
+                *sum = sum.wrapping_add(mask & step);
+            }
+        }
+        i64::from(sums.iter().map(|&sum| u32::from(sum)).sum::<u32>())
+    };
+    pieces.map(sum).sum()
 }
 
 /// Gives each centroid without a token the worst-served token that has company and whose mask no other such centroid
@@ -302,6 +337,21 @@ mod tests {
         for (a, (label, pattern)) in labels.iter().zip(truth).enumerate() {
             for (b, (other_label, other_pattern)) in labels.iter().zip(truth).enumerate() {
                 assert_eq!(label == other_label, pattern == other_pattern, "tokens {a} and {b}");
+            }
+        }
+    }
+
+    #[test]
+    fn masked_sums_are_exact() {
+        let mut rng = Xoshiro256Plus::seed_from_u64(0);
+        for words in [1, 15, 16, 17, 40] {
+            let row: Vec<u64> = (0..words).map(|_| rng.next_u64() | 1 << 63).collect();
+            for steps in [vec![15u8; words * 64], (0..words * 64).map(|_| rng.gen_range(0..16)).collect()] {
+                let ones = (0..words * 64).filter(|bit| row[bit / 64] >> (bit % 64) & 1 == 1);
+                let expected: i64 = ones.map(|bit| i64::from(steps[bit])).sum();
+                let mut bytes = vec![7; words * 64];
+                unpack(&row, &mut bytes);
+                assert_eq!(masked_sum(&bytes, &steps), expected);
             }
         }
     }

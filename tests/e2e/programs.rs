@@ -25,20 +25,23 @@ pub fn succeed(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// Runs `command`, which must end with exit code 1 and a single line `error: ...`, which is returned.
+/// Runs `command`, which must fail as a program should; returns the line that says why.
 #[track_caller]
 pub fn fail(command: &mut Command) -> String {
     let output = command.output().expect("the program starts");
     clean_failure(&output).unwrap_or_else(|problem| panic!("{command:?}: {problem}"))
 }
 
-/// The single error line of a run that failed as it should, or what is wrong with how it ended.
+/// The error line of a run that failed as it should (exit code 1, and one line `error: ...` after any notes), or how it
+/// ended instead.
 pub fn clean_failure(output: &Output) -> Result<String, String> {
     let errors = text(&output.stderr);
-    let lines: Vec<&str> = errors.lines().collect();
-    match (output.status.code(), &lines[..]) {
-        (Some(1), [line]) if line.starts_with("error: ") && line.len() > 20 => Ok(line.to_string()),
-        (code, _) => Err(format!("exit code {code:?} with {errors:?}")),
+    let is_error = |line: &&str| line.starts_with("error: ") && line.len() > 20;
+    let error = errors.lines().last().filter(is_error);
+    let once = errors.lines().filter(is_error).count() == 1 && !errors.contains("panicked");
+    match error {
+        Some(line) if once && output.status.code() == Some(1) => Ok(line.to_string()),
+        _ => Err(format!("{} with {errors:?}", output.status)),
     }
 }
 

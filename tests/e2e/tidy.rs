@@ -27,9 +27,16 @@ const HOMES: &[(&str, &str)] = &[
     ("io-uring", "runtime"),
     ("gemm", "kernels"),
 ];
-/// Where `unsafe` may stand: arithmetic on vectors and pages, memory lent to a reader, and the counting allocator.
-const UNSAFE: &[&str] =
-    &["kernels/src/cpu/", "kernels/src/pages.rs", "runtime/src/io/", "runtime/src/transfer.rs", "tests/e2e/alloc.rs"];
+/// Where `unsafe` may stand, and what it is for there.
+const UNSAFE: &[(&str, &str)] = &[
+    ("kernels/src/cpu/", "vector instructions"),
+    ("kernels/src/pages.rs", "memory from mmap"),
+    ("runtime/src/io/", "memory lent to the kernel"),
+    ("runtime/src/transfer.rs", "memory lent to a reader"),
+    ("train/src/gpu.rs", "asks whether a CUDA driver is there"),
+    ("tests/e2e/faults.rs", "a reader that fails by script"),
+    ("tests/e2e/alloc.rs", "an allocator that counts"),
+];
 /// Files that may be longer than [`LINES_MAX`], each with its reason.
 const LONG: &[(&str, &str)] = &[];
 const LINES_MAX: usize = 500;
@@ -169,7 +176,7 @@ fn unsafe_places(tree: &Tree) -> Vec<String> {
         words.any(|word| word == "unsafe")
     };
     rust_files(tree)
-        .filter(|(path, text)| !UNSAFE.iter().any(|place| path.starts_with(place)) && has_unsafe(text))
+        .filter(|(path, text)| !UNSAFE.iter().any(|(place, _)| path.starts_with(place)) && has_unsafe(text))
         .map(|(path, _)| format!("{path}: unsafe code does not belong here"))
         .collect()
 }
@@ -190,7 +197,9 @@ fn names(tree: &Tree) -> Vec<String> {
         if let Some(word) = EMPTY_NAMES.iter().find(|&&word| name.contains(word) && !name.ends_with("common.cuh")) {
             complaints.push(format!("{path}: {word:?} says nothing"));
         }
-        if let Some(model) = MODELS.iter().find(|&&model| name.contains(model)) {
+        // A test may be about one model: golden values hold for nothing else.
+        let model = MODELS.iter().find(|&&model| name.contains(model));
+        if let Some(model) = model.filter(|_| !path.starts_with("tests/")) {
             complaints.push(format!("{path}: named after a model ({model})"));
         }
         if path.contains("/tests/") {
