@@ -398,7 +398,7 @@ mod tests {
     #[test]
     fn a_finished_build_is_not_made_again_unless_something_changed() {
         let directory = collected();
-        let again = |options| super::build(directory.path(), options, &mut |_, _| {}).unwrap();
+        let again = |options| build(directory.path(), options, &mut |_, _| {}).unwrap();
         assert!(again(&OPTIONS));
         assert!(!again(&OPTIONS));
         assert!(again(&BuildOptions { centroids: 5, ..OPTIONS }));

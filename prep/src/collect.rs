@@ -10,7 +10,7 @@ use crate::residual_file::ResidualFile;
 use crate::threshold::{gate_magnitude, importance, joint_count, separate_count, top_mask};
 use indicatif::ProgressBar;
 use np_formats::{
-    AtomicFile, Fingerprint, K_FRACTION_KEY, LayerTrace, Manifest, NeuronFile, TRACES_NAME, TensorDtype,
+    Fingerprint, K_FRACTION_KEY, LayerTrace, Manifest, NeuronFile, TRACES_NAME, TensorDtype, TensorFile,
     TensorFileWriter, TensorSpec, features_path, importance_to_u8, layer_trace_path, layer_trace_specs,
 };
 use np_kernels::{Backend, Cpu, CpuBuffer, KvDtype, NEURON_BLOCK, Observed, RopeTable, Rows};
@@ -19,13 +19,15 @@ use np_runtime::model::{LayerWeights, ResidentFile, Workspace, attention, rope_t
 use np_runtime::open_neurons;
 use np_runtime::text::Text;
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// Tokens of a batch, at most: more would not make the matrix products faster.
 const BATCH_TOKENS_MAX: usize = 4_096;
+/// Key of the recipe in its file's header.
+const RECIPE_KEY: &str = "np.recipe";
 /// Memory when nothing is asked for.
 const MEMORY_BYTES_DEFAULT: u64 = 4 << 30;
 
@@ -45,8 +47,7 @@ pub struct CollectOptions {
 }
 
 /// What the traces in a directory were made of: traces of anything else are made anew.
-#[derive(PartialEq, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Serialize)]
 struct Recipe {
     fingerprint: Fingerprint,
     tokens: Fingerprint,
@@ -91,16 +92,19 @@ fn read_tokens(directory: &Path, options: &CollectOptions) -> Result<Vec<u32>> {
 /// Keeps traces that were made by the same recipe, removes all others.
 fn start_or_resume(directory: &Path, recipe: &Recipe) -> Result<()> {
     let traces = directory.join(TRACES_NAME);
-    let path = traces.join("recipe.json");
-    let text = serde_json::to_vec_pretty(recipe).expect("numbers and hashes become JSON");
-    if fs::read(&path).is_ok_and(|earlier| earlier == text) {
+    let path = traces.join("recipe.safetensors");
+    let text = serde_json::to_string(recipe).expect("numbers and hashes become JSON");
+    let earlier = TensorFile::open_made_from(&path, recipe.fingerprint);
+    if earlier.is_ok_and(|file| file.verify().is_ok() && file.extra(RECIPE_KEY) == Some(&text)) {
         return Ok(());
     }
     if traces.exists() {
         fs::remove_dir_all(&traces).map_err(io_error(&traces, "remove"))?;
     }
     fs::create_dir(&traces).map_err(io_error(&traces, "create"))?;
-    Ok(AtomicFile::write(&path, &text)?)
+    // A file without tensors: what it says stands in its header, under the checksum that all our files have.
+    TensorFileWriter::create(&path, recipe.fingerprint, &[(RECIPE_KEY, text)], Vec::new())?.finish()?;
+    Ok(())
 }
 
 /// Everything that stays the same from layer to layer.
@@ -244,10 +248,7 @@ impl Collection {
             }
             bar.inc(1);
         }
-        match trace {
-            Some(trace) => trace.finish()?,
-            None => {}
-        }
+        trace.map_or(Ok(()), TraceWriter::finish)?;
         if let Some(output) = output {
             if layer == 0 {
                 self.write_features(output)?;

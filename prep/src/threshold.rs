@@ -21,7 +21,7 @@ pub fn separate_count(joint_count: usize, neurons: usize) -> usize {
 pub fn importance(gate: &[f32], up: &[f32], down_norm: &[f32], importance: &mut [f32]) {
     assert!(gate.len() == up.len() && gate.len() == down_norm.len() && gate.len() == importance.len());
     for (index, importance) in importance.iter_mut().enumerate() {
-        *importance = (silu(gate[index]) * up[index]).abs() * down_norm[index];
+        *importance = np_runtime::importance::importance(gate[index], up[index], down_norm[index]);
     }
 }
 

@@ -2,7 +2,9 @@
 
 use crate::trained::{PROMPT, Trained, continue_greedily, options};
 use np_formats::{NEURONS_NAME, NeuronFile};
-use np_runtime::io::{Completion, DirectMode, Opened, Read, ReaderChoice, ReaderKind, RecordReader, open_reader};
+use np_runtime::io::{
+    Alignment, Completion, DirectMode, Opened, Read, ReaderChoice, ReaderKind, RecordReader, open_reader,
+};
 use np_runtime::{Engine, Error};
 use std::collections::HashMap;
 use std::io;
@@ -147,6 +149,23 @@ fn a_short_read_is_continued() {
         // A record is 512 bytes long here, so only reads of several records can be cut short to one.
         assert!(continue_greedily(&mut engine, 8) == expected, "read {reads_left}");
         assert!(script.reads_left.load(Ordering::Relaxed) < 0, "a read was cut short");
+    }
+}
+
+#[test]
+fn drives_of_large_blocks_are_read_through_staging() {
+    let trained = Trained::new();
+    let path = trained.artifact().join(NEURONS_NAME);
+    let expected = continue_greedily(&mut crate::trained::open(&trained.artifact(), &options(|_| {})), 8);
+    for staging_bytes in [1, 100_000, 1 << 20] {
+        // Reads may begin and end anywhere here; the engine is told that they may not.
+        let reader = |trial_bytes| {
+            let opened = open_reader(&path, ReaderChoice::Auto, DirectMode::Never, trial_bytes)?;
+            Ok(Opened { align: Alignment { memory_bytes: 4096, offset_bytes: 4096 }, ..opened })
+        };
+        let options = options(|options| options.staging_bytes = staging_bytes);
+        let mut engine = Engine::open_with(&trained.artifact(), &options, reader, &mut |_, _| {}).unwrap();
+        assert!(continue_greedily(&mut engine, 8) == expected, "staging of {staging_bytes} bytes");
     }
 }
 

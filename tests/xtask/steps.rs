@@ -23,7 +23,7 @@ impl Steps {
     pub fn time<T>(&mut self, name: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         println!("\n==> {name}");
         let start = Instant::now();
-        let result = work()?;
+        let result = work().with_context(|| name.to_string())?;
         self.taken.push((name.into(), start.elapsed()));
         Ok(result)
     }

@@ -87,7 +87,7 @@ pub trait Report {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { projection: None, compute: Compute::Cpu, seed: 0, epochs: 6, learning_rate: 2e-3 }
+        Self { projection: None, compute: Compute::Cpu, seed: 0, epochs: 4, learning_rate: 2e-3 }
     }
 }
 

@@ -36,7 +36,7 @@ struct Predictor {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Passes over the training tokens at most; training ends early when they no longer help.
-    #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..))]
     epochs: u16,
     /// One JSON object per epoch instead of a table.
     #[arg(long)]
