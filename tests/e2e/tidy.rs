@@ -35,7 +35,7 @@ const UNSAFE: &[(&str, &str)] = &[
     ("runtime/src/transfer.rs", "memory lent to a reader"),
     ("train/src/gpu.rs", "asks whether a CUDA driver is there"),
     ("tests/e2e/faults.rs", "a reader that fails by script"),
-    ("tests/e2e/alloc.rs", "an allocator that counts"),
+    ("tests/allocations.rs", "an allocator that counts"),
 ];
 /// Files that may be longer than [`LINES_MAX`], each with its reason.
 const LONG: &[(&str, &str)] = &[];
