@@ -197,10 +197,10 @@ impl Geometry {
         if self.layers > LAYERS_MAX {
             return Err(config.refuse("num_hidden_layers", &format!("must be at most {LAYERS_MAX}")));
         }
-        if self.heads % self.kv_heads != 0 {
+        if !self.heads.is_multiple_of(self.kv_heads) {
             return Err(config.refuse("num_key_value_heads", "does not divide num_attention_heads"));
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err(config.refuse("head_dim", "must be even"));
         }
         Ok(())

@@ -227,6 +227,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::single_range_in_vec_init, reason = "one range is what is expected")]
     fn runs_join_neighbours() {
         check_runs(16, &[], &[]);
         check_runs(16, &[3, 4, 5, 9], &[3..6, 9..10]);

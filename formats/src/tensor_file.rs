@@ -39,7 +39,7 @@ impl TensorSpec {
 
     /// Bytes of the tensor. Panics on types smaller than a byte, which we never write.
     pub fn bytes(&self) -> usize {
-        assert!(self.dtype.bitsize() % 8 == 0, "{:?} is smaller than a byte", self.dtype);
+        assert!(self.dtype.bitsize().is_multiple_of(8), "{:?} is smaller than a byte", self.dtype);
         self.shape.iter().product::<usize>() * self.dtype.bitsize() / 8
     }
 }

@@ -221,7 +221,7 @@ const UNPACKED: [[u8; 8]; 256] = {
     let mut table = [[0; 8]; 256];
     let mut at = 0;
     while at < 256 * 8 {
-        table[at / 8][at % 8] = if at / 8 >> (at % 8) & 1 == 1 { u8::MAX } else { 0 };
+        table[at / 8][at % 8] = if (at / 8) >> (at % 8) & 1 == 1 { u8::MAX } else { 0 };
         at += 1;
     }
     table

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const REPOSITORY: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
-const PROMPT: &str = "Explain in a few sentences why the sky is blue.";
+const PROMPT: &str = "What is photosynthesis?";
 
 /// Calibration tokens: enough for a vocabulary of 64 centroids a layer, few enough for two cores.
 const TOKENS: &str = "49152";

@@ -206,8 +206,8 @@ fn attend_block<L: Lanes, E: Element>(
         let together = dots::<L, E, TOGETHER>(lanes, std::array::from_fn(|at| key(first + at)), q);
         scores[first..][..TOGETHER].copy_from_slice(&together);
     }
-    for index in whole..count {
-        [scores[index]] = dots::<L, E, 1>(lanes, [key(index)], q);
+    for (index, score) in scores.iter_mut().enumerate().take(count).skip(whole) {
+        [*score] = dots::<L, E, 1>(lanes, [key(index)], q);
     }
     let scale = 1.0 / (q.len() as f32).sqrt();
     scores.iter_mut().for_each(|score| *score *= scale);
@@ -226,7 +226,7 @@ fn attend_block<L: Lanes, E: Element>(
         let weights: [f32; TOGETHER] = std::array::from_fn(|at| scores[first + at]);
         add_scaled::<L, E, TOGETHER>(lanes, weights, std::array::from_fn(|at| value(first + at)), out);
     }
-    for index in whole..count {
-        add_scaled::<L, E, 1>(lanes, [scores[index]], [value(index)], out);
+    for (index, score) in scores.iter().enumerate().take(count).skip(whole) {
+        add_scaled::<L, E, 1>(lanes, [*score], [value(index)], out);
     }
 }

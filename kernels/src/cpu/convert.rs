@@ -12,6 +12,7 @@ const SUMS: usize = 2;
 
 /// Dot products of `rows` with `x`, all rows in one walk. The number of rows does not change a result.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "the same part of every row's sums, side by side")]
 pub(crate) fn dots<L: Lanes, E: Element, const R: usize>(lanes: L, rows: [&[u8]; R], x: &[f32]) -> [f32; R] {
     let rows = rows.map(|row| {
         assert_eq!(row.len(), x.len() * E::BYTES);

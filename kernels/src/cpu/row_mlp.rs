@@ -128,6 +128,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::single_range_in_vec_init, reason = "one range is what is expected")]
     fn blocks_are_cut_by_id() {
         check(&[], &[]);
         check(&[63], &[0..1]);
