@@ -7,10 +7,11 @@ use burn::backend::Flex;
 use burn::tensor::{Tensor, TensorData};
 use half::bf16;
 use np_formats::{
-    CENTROIDS_NAME, Dtype, FORMAT_VERSION, Fingerprint, Geometry, Manifest, Mask, PREDICTOR_NAME, PredictorNetwork,
+    CENTROIDS_NAME, Dtype, FORMAT_VERSION, Features, Fingerprint, Geometry, Manifest, Mask, PREDICTOR_NAME,
     PredictorWeights, Projection, Source, TRACES_NAME, TensorDtype, TensorFileWriter, TensorSpec, centroid_specs,
     features_path, labels_path, layer_trace_path, layer_trace_specs,
 };
+use np_runtime::Predictor;
 use rand::{Rng, SeedableRng};
 use rand_xoshiro::Xoshiro256Plus;
 use std::collections::BTreeMap;
@@ -108,10 +109,14 @@ fn prepared() -> tempfile::TempDir {
 fn write_features(directory: &Path) {
     let mut rng = Xoshiro256Plus::seed_from_u64(5);
     let directions: Vec<f32> = (0..GROUPS * HIDDEN).map(|_| rng.gen_range(-1.0..1.0)).collect();
-    let features: Vec<f32> = (0..TOKENS)
+    let mut features: Vec<f32> = (0..TOKENS)
         .flat_map(|token| directions[group(token) * HIDDEN..][..HIDDEN].to_vec())
         .map(|value| value + rng.gen_range(-2.0..2.0) + 3.0)
         .collect();
+    for row in features.chunks_exact_mut(HIDDEN) {
+        let rms = (row.iter().map(|value| value * value).sum::<f32>() / HIDDEN as f32).sqrt();
+        row.iter_mut().for_each(|value| *value /= rms);
+    }
     let starts: Vec<u32> = (0..TOKENS as u32).step_by(SEQUENCE).collect();
     let specs = [
         TensorSpec::new("features", TensorDtype::F32, &[TOKENS, HIDDEN]),
@@ -209,38 +214,37 @@ fn the_same_seed_gives_the_same_bytes() {
     assert!(first != bytes(2), "the seed has no effect");
 }
 
+/// The runtime starts from the residual stream, burn from the features that collection made of it.
 #[test]
-fn the_file_says_what_burn_computes() {
+fn the_runtime_computes_what_burn_computes() {
+    const RESIDUAL_SCALE: f32 = 7.0;
     let directory = prepared();
     train(directory.path(), Options { epochs: 2, ..Options::default() });
     let weights = read(directory.path());
     let dataset = Dataset::open(directory.path()).unwrap();
     assert_eq!((&weights.mean, &weights.std), (&dataset.mean, &dataset.std));
-    let features = dataset.gather(&dataset.held_out);
+    let features = Features::read(directory.path(), HIDDEN, PARENT).unwrap();
     let separate = weights.separate.as_ref().unwrap();
     assert_eq!(separate.outputs, 2 * weights.joint.as_ref().unwrap().outputs);
     for network in [weights.joint.as_ref().unwrap(), separate] {
         let shape = [dataset.held_out.len(), HIDDEN];
-        let batch = Tensor::from_data(TensorData::new(features.clone(), shape), &Default::default());
+        let batch = Tensor::from_data(TensorData::new(dataset.gather(&dataset.held_out), shape), &Default::default());
         let burned = values(Network::<Flex>::new(network, &Default::default()).logits(batch));
-        let plain: Vec<f32> = features.chunks(HIDDEN).flat_map(|row| logits(network, row)).collect();
-        assert_eq!(burned.len(), plain.len());
         assert!(burned.iter().any(|logit| logit.abs() > 0.5), "the logits say nothing");
-        for (burned, plain) in burned.iter().zip(&plain) {
-            assert!((burned - plain).abs() < 1e-4, "{burned} {plain}");
+        for skipped in [0, CENTROIDS] {
+            let geometry = &dataset.geometry;
+            let mut predictor = Predictor::new(&weights, network, geometry, network.outputs, skipped).unwrap();
+            for (token, burned) in dataset.held_out.iter().zip(burned.chunks_exact(network.outputs)) {
+                let row = &features.values[*token as usize * HIDDEN..][..HIDDEN];
+                let residual: Vec<f32> = row.iter().map(|value| value * RESIDUAL_SCALE).collect();
+                let found = predictor.logits(&residual);
+                assert_eq!(found.len(), network.outputs - skipped);
+                for (found, burned) in found.iter().zip(&burned[skipped..]) {
+                    assert!((found - burned).abs() < 1e-4, "{found} {burned}");
+                }
+            }
         }
     }
-}
-
-/// The formula of the file's documentation, in plain arithmetic.
-fn logits(network: &PredictorNetwork, features: &[f32]) -> Vec<f32> {
-    let affine = |weight: &[f32], bias: &[f32], input: &[f32]| -> Vec<f32> {
-        let rows = weight.chunks_exact(input.len()).zip(bias);
-        rows.map(|(row, bias)| bias + row.iter().zip(input).map(|(a, b)| a * b).sum::<f32>()).collect()
-    };
-    let hidden = affine(&network.hidden_weight, &network.hidden_bias, features);
-    let hidden: Vec<f32> = hidden.into_iter().map(|value| value / (1.0 + (-value).exp())).collect();
-    affine(&network.heads_weight, &network.heads_bias, &hidden)
 }
 
 #[test]
