@@ -9,7 +9,6 @@ use crate::transfer::{ReadFault, Transfer};
 use np_kernels::Rows;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
 
 /// A plan, and the slots that its records go to.
 #[derive(Default)]
@@ -24,20 +23,13 @@ pub struct Job {
 pub enum Filled {
     /// A layer's slots: all its records are in place, or the read failed and the slots' content is undefined.
     Layer {
-        /// Index in the job's plan.
-        index: usize,
         /// The slots.
         rows: Rows,
         /// Whether the records are in place.
         outcome: Result<(), ReadFault>,
     },
-    /// The emptied job, after all its layers.
-    Job {
-        /// To be used again.
-        job: Job,
-        /// From the first read's start to the last one's end.
-        elapsed_ns: u64,
-    },
+    /// The emptied job, after all its layers, to be used again.
+    Job(Job),
 }
 
 /// Handle of the prefetch thread. Jobs are done one after the other, in the order in which they were sent.
@@ -54,14 +46,12 @@ impl Prefetcher {
         let (results, filled) = sync_channel(results_max);
         let thread = thread::Builder::new().name("np-prefetch".into()).spawn(move || {
             while let Ok(mut job) = job_queue.recv() {
-                let started = Instant::now();
                 // A closed channel means that the engine is gone; reads in flight are still waited for.
-                transfer.run(&job.plan, &mut job.rows, |index, rows, outcome| {
-                    let _ = results.send(Filled::Layer { index, rows, outcome });
+                transfer.run(&job.plan, &mut job.rows, |rows, outcome| {
+                    let _ = results.send(Filled::Layer { rows, outcome });
                 });
                 job.rows.clear();
-                let elapsed_ns = started.elapsed().as_nanos() as u64;
-                let _ = results.send(Filled::Job { job, elapsed_ns });
+                let _ = results.send(Filled::Job(job));
             }
         })?;
         Ok(Self { jobs: Some(jobs), filled, thread: Some(thread) })

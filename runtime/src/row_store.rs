@@ -288,14 +288,14 @@ impl RowStore {
 
     fn receive(&mut self) {
         match self.prefetcher.receive() {
-            Filled::Layer { rows, outcome, .. } => {
+            Filled::Layer { rows, outcome } => {
                 match self.lent.pop_front().expect("only what was lent comes back") {
                     Lent::Owner(owner) => self.owners[owner].rows = Some(rows),
                     Lent::Block(buffer) => self.blocks[buffer] = Some(rows),
                 }
                 self.fault = self.fault.or(outcome.err());
             }
-            Filled::Job { mut job, .. } => {
+            Filled::Job(mut job) => {
                 job.plan.clear();
                 let of_block = self.in_flight.pop_front().expect("only jobs that were sent come back");
                 if of_block { self.block_jobs.push(job) } else { self.token_jobs.push(job) }

@@ -122,12 +122,12 @@ impl Transfer {
     }
 
     /// Reads everything in `plan`. `rows[i]` are the slots of the plan's i-th layer; each is taken out and handed to
-    /// `filled` with its index, in order, as soon as its last record is in place, or with the fault if one came first.
+    /// `filled`, in order, as soon as its last record is in place, or with the fault if one came first.
     pub fn run(
         &mut self,
         plan: &ReadPlan,
         rows: &mut [Option<Rows>],
-        mut filled: impl FnMut(usize, Rows, Result<(), ReadFault>),
+        mut filled: impl FnMut(Rows, Result<(), ReadFault>),
     ) {
         assert_eq!(plan.layers().len(), rows.len());
         self.remaining.clear();
@@ -137,7 +137,7 @@ impl Transfer {
         let mut fault = None;
         loop {
             while fault.is_none() && next_layer < rows.len() && self.remaining[next_layer] == 0 {
-                filled(next_layer, rows[next_layer].take().expect("rows are handed out once"), Ok(()));
+                filled(rows[next_layer].take().expect("rows are handed out once"), Ok(()));
                 next_layer += 1;
             }
             while fault.is_none() && self.has_room(plan, next_range) {
@@ -150,7 +150,7 @@ impl Transfer {
             fault = self.collect(plan, rows).err().or(fault);
         }
         while let Some(fault) = fault.filter(|_| next_layer < rows.len()) {
-            filled(next_layer, rows[next_layer].take().expect("rows are handed out once"), Err(fault));
+            filled(rows[next_layer].take().expect("rows are handed out once"), Err(fault));
             next_layer += 1;
         }
     }
