@@ -8,8 +8,12 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
 use std::slice;
 
-/// Memory is aligned to this, and asked for in multiples of it.
+/// Memory is aligned to this.
 pub const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Memory is asked for in multiples of this, the largest ordinary page of any machine. Whole huge pages would waste
+/// most of one on each small matrix.
+const PAGE_BYTES_MAX: usize = 64 << 10;
+const _: () = assert!(HUGE_PAGE_BYTES.is_multiple_of(PAGE_BYTES_MAX));
 
 /// Zeroed memory of its own, aligned to [`HUGE_PAGE_BYTES`], freed on drop.
 #[derive(Debug)]
@@ -58,7 +62,7 @@ impl Pages {
 
     /// Bytes that memory of `bytes` takes once all of it is touched.
     pub const fn mapped_bytes(bytes: usize) -> usize {
-        bytes.div_ceil(HUGE_PAGE_BYTES).saturating_mul(HUGE_PAGE_BYTES)
+        bytes.div_ceil(PAGE_BYTES_MAX).saturating_mul(PAGE_BYTES_MAX)
     }
 
     /// The first byte, for readers that let the kernel write.

@@ -1,6 +1,7 @@
 //! Tests that span crates. One binary, one module a theme; the programs under test are started as a user starts them.
 
 mod active_sets;
+mod collect;
 mod damage;
 mod equality;
 mod faults;

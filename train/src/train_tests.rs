@@ -2,7 +2,7 @@
 //! which decides its centroids and its masks.
 
 use crate::model::{Network, values};
-use crate::{Dataset, Epoch, Error, Options, Recall, Report, train_predictor};
+use crate::{Dataset, Epoch, Options, Recall, Report, train_predictor};
 use burn::backend::Flex;
 use burn::tensor::{Tensor, TensorData};
 use half::bf16;
@@ -339,5 +339,5 @@ fn too_little_text_is_said_to_be_that() {
 fn a_backend_that_is_not_compiled_in_is_refused() {
     let options = Options { compute: crate::Compute::Cuda, ..Options::default() };
     let error = train_predictor(Path::new("nowhere"), &options, &mut Seen::default()).unwrap_err();
-    assert!(matches!(error, Error::CudaNotCompiledIn), "{error}");
+    assert!(matches!(error, crate::Error::CudaNotCompiledIn), "{error}");
 }
