@@ -98,7 +98,8 @@ impl Engine {
             verify: options.verify,
         };
         let (kind, notes) = (opened.kind, opened.notes);
-        let transfer = Transfer::new(opened.reader, opened.align.offset_bytes, header, transfer)?;
+        let align_bytes = opened.align.offset_bytes.max(opened.align.memory_bytes);
+        let transfer = Transfer::new(opened.reader, align_bytes, header, transfer)?;
         let mut store = RowStore::new(header, settings.rows, policy, transfer)?;
         let dense_layers = settings.rows.dense_layers;
         store

@@ -72,7 +72,7 @@ pub struct Transfer {
     reader: Option<Box<dyn RecordReader>>,
     header: NeuronFileHeader,
     options: TransferOptions,
-    offset_align_bytes: usize,
+    align_bytes: usize,
     entries: Vec<Entry>,
     parts: Vec<[Part; RANGE_RECORDS_MAX]>,
     free: Vec<u16>,
@@ -87,18 +87,18 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// A transfer of records of the file that `reader` reads. `offset_align_bytes` is what offsets and lengths must be
-    /// multiples of; beyond a record's own alignment, reads go through staging and are copied.
+    /// A transfer of records of the file that `reader` reads. `align_bytes` is what offsets, lengths and addresses must
+    /// be multiples of; beyond a record's own alignment, reads go through staging and are copied.
     pub fn new(
         reader: Box<dyn RecordReader>,
-        offset_align_bytes: usize,
+        align_bytes: usize,
         header: NeuronFileHeader,
         options: TransferOptions,
     ) -> np_kernels::Result<Self> {
         let stride_bytes = header.layout.stride_bytes();
-        let widened = offset_align_bytes > RECORD_ALIGN_BYTES;
-        let cell_bytes = (options.range_bytes_max.max(stride_bytes) + 2 * offset_align_bytes)
-            .next_multiple_of(offset_align_bytes.max(RECORD_ALIGN_BYTES));
+        let widened = align_bytes > RECORD_ALIGN_BYTES;
+        let cell_bytes = (options.range_bytes_max.max(stride_bytes) + 2 * align_bytes)
+            .next_multiple_of(align_bytes.max(RECORD_ALIGN_BYTES));
         let mut depth = reader.depth();
         if widened {
             depth = depth.min((options.staging_bytes / cell_bytes).max(1));
@@ -107,7 +107,7 @@ impl Transfer {
         Ok(Self {
             header,
             options,
-            offset_align_bytes,
+            align_bytes,
             entries: vec![Entry::default(); depth],
             parts: vec![[Part::new(std::ptr::null_mut(), 0); RANGE_RECORDS_MAX]; depth],
             free: (0..depth as u16).rev().collect(),
@@ -247,7 +247,7 @@ impl Transfer {
     fn widened(&self, range: &ReadRange) -> (u64, u64) {
         let from = self.header.offset(range.layer, range.first);
         let to = from + self.range_bytes(range) as u64;
-        let align = if self.staging.is_some() { self.offset_align_bytes as u64 } else { 1 };
+        let align = if self.staging.is_some() { self.align_bytes as u64 } else { 1 };
         (from / align * align, to.next_multiple_of(align))
     }
 
@@ -301,7 +301,7 @@ impl Transfer {
             Ok(0) => ReadFaultCause::EndOfFile,
             Ok(bytes) => {
                 // Direct reads go on at a block's beginning; a read of less than a block will not get further.
-                let whole = bytes / self.offset_align_bytes * self.offset_align_bytes;
+                let whole = bytes / self.align_bytes * self.align_bytes;
                 if 0 < whole && bytes < missing {
                     self.entries[usize::from(entry)].done_bytes += whole;
                     return self.start(plan, entry, rows);
