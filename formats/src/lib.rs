@@ -36,8 +36,8 @@ pub use record::{RECORD_ALIGN_BYTES, RECORD_ROWS, RecordFault, RecordLayout, TAG
 pub use safetensors::Dtype as TensorDtype;
 pub use tensor_file::{HEADER_BYTES_MAX, TensorFile, TensorFileWriter, TensorSpec};
 pub use trace::{
-    Features, K_FRACTION_KEY, LayerTrace, TRACES_NAME, features_path, importance_from_u8, importance_to_u8,
-    labels_path, layer_trace_path, layer_trace_specs,
+    Features, K_FRACTION_KEY, LayerTrace, TRACES_NAME, VOCABULARY_KEY, features_path, importance_from_u8,
+    importance_to_u8, labels_path, layer_trace_path, layer_trace_specs,
 };
 
 /// Name of the neuron file in an artifact directory.

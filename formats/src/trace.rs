@@ -19,6 +19,10 @@ pub const TRACES_NAME: &str = "traces";
 /// Key of the share of neurons in the traces' masks.
 pub const K_FRACTION_KEY: &str = "np.k_fraction";
 
+/// Key, in the headers of labels and vocabulary, of the hash of the traces and options that both came from: the two
+/// belong together when they have the same.
+pub const VOCABULARY_KEY: &str = "np.vocabulary";
+
 /// Steps of the importance scale per octave.
 const STEPS_PER_OCTAVE: f32 = 8.0;
 /// The importance of step 1; below half a step under it, importance is stored as zero.

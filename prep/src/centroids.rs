@@ -10,14 +10,10 @@ use crate::tables::{energy_table, frequency_table};
 use half::bf16;
 use np_formats::{
     CENTROIDS_NAME, Fingerprint, LayerTrace, Manifest, Projection, TRACES_NAME, TensorDtype, TensorFile,
-    TensorFileWriter, TensorSpec, centroid_specs, features_path, labels_path, layer_trace_path,
+    TensorFileWriter, TensorSpec, VOCABULARY_KEY, centroid_specs, features_path, labels_path, layer_trace_path,
 };
 use std::fs;
 use std::path::{Path, PathBuf};
-
-/// Key of the hash of traces and options in the header of labels and vocabulary: the two belong together when they
-/// have the same.
-pub const VOCABULARY_KEY: &str = "np.vocabulary";
 
 /// What to build.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

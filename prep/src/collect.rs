@@ -194,14 +194,22 @@ impl Collection {
         let layers = self.manifest.geometry.layers;
         let whole = features_path(&self.directory).exists()
             && (1..layers).all(|layer| layer_trace_path(&self.directory, layer).exists());
-        if whole {
-            return Ok(layers);
-        }
         let found = (0..layers).rev().find(|layer| self.residual_path(*layer).exists());
-        if found.is_none() {
+        let start = if whole { layers } else { found.unwrap_or(0) };
+        // A kill may come between a layer's output and the removal of its input.
+        (0..layers).filter(|layer| *layer != start).try_for_each(|layer| self.remove_residual(layer))?;
+        if !whole && found.is_none() {
             self.embed()?;
         }
-        Ok(found.unwrap_or(0))
+        Ok(start)
+    }
+
+    fn remove_residual(&self, layer: usize) -> Result<()> {
+        let path = self.residual_path(layer);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(io_error(&path, "remove")(error)),
+            _ => Ok(()),
+        }
     }
 
     fn residual_path(&self, layer: usize) -> PathBuf {
@@ -256,8 +264,7 @@ impl Collection {
                 output.finish()?;
             }
         }
-        let path = self.residual_path(layer);
-        fs::remove_file(&path).map_err(io_error(&path, "remove"))
+        self.remove_residual(layer)
     }
 
     fn down_norms(&mut self, layer: usize) -> Result<Vec<f32>> {

@@ -40,7 +40,7 @@ mod test_gguf;
 #[cfg(test)]
 mod test_hub;
 
-pub use centroids::{BuildOptions, VOCABULARY_KEY, build};
+pub use centroids::{BuildOptions, build};
 pub use checkpoint::Checkpoint;
 pub use cluster::{ClusterOptions, Clusters, PackedMasks, cluster};
 pub use collect::{CollectOptions, collect};

@@ -147,8 +147,9 @@ mod tests {
     }
 
     fn active_sets() -> impl Strategy<Value = Vec<BTreeSet<u32>>> {
-        let set = proptest::collection::btree_set(0..NEURONS as u32, ACTIVE);
-        proptest::collection::vec(set, 1..40)
+        let neurons: Vec<u32> = (0..NEURONS as u32).collect();
+        let set = proptest::sample::subsequence(neurons, ACTIVE);
+        proptest::collection::vec(set.prop_map(BTreeSet::from_iter), 1..40)
     }
 
     proptest! {

@@ -3,13 +3,11 @@
 use crate::{Error, Result};
 use np_formats::{
     CENTROIDS_NAME, Centroids, FEATURE_CLIP, Features, Fingerprint, Geometry, Manifest, Projection, TensorDtype,
-    TensorFile, features_path, labels_path,
+    TensorFile, VOCABULARY_KEY, features_path, labels_path,
 };
 use rayon::prelude::*;
 use std::path::{Path, PathBuf};
 
-/// Key of the build of a vocabulary, in the headers of labels and centroids.
-const VOCABULARY_KEY: &str = "np.vocabulary";
 /// One sequence in this many is held out, and they are the last.
 const HELD_OUT_SHARE: usize = 10;
 /// A feature that never changes has this deviation, so that it stays zero and not infinite.

@@ -1,12 +1,14 @@
 //! Training: batches in, the weights of the best epoch out.
 
 use crate::model::{Network, Shape, values};
-use crate::recall::{Recall, argmax, softmax};
+use crate::recall::Recall;
 use crate::{Dataset, Epoch, Labels, Options, Report};
 use burn::optim::{AdamConfig, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Tensor, TensorData};
 use np_formats::{PredictorNetwork, Projection};
+use np_runtime::eval::negative_log_likelihood;
+use np_runtime::select::score::argmax;
 use rand::seq::SliceRandom;
 use rand::{RngCore, SeedableRng};
 use rand_xoshiro::Xoshiro256Plus;
@@ -134,9 +136,7 @@ impl<B: AutodiffBackend> Trainer<'_, B> {
                 .par_chunks_exact(centroids)
                 .zip(tokens.par_iter().flat_map_iter(|&token| task.labels.row(token)).collect::<Vec<_>>())
                 .map(|(logits, &label)| {
-                    let label = usize::from(label);
-                    let probability = softmax(logits)[label].max(f32::MIN_POSITIVE);
-                    (-f64::from(probability).ln(), argmax(logits) == label)
+                    (negative_log_likelihood(logits, u32::from(label)), argmax(logits) == usize::from(label))
                 })
                 .collect();
             loss += scored.iter().map(|(loss, _)| loss).sum::<f64>();

@@ -5,14 +5,11 @@ use crate::{Dataset, Error, Result};
 use half::bf16;
 use np_formats::{Mask, Projection, SeparateTable, TensorDtype, TensorFile, layer_trace_path};
 use np_runtime::select::TopK;
+use np_runtime::select::score::{argmax, meet, mix_energy, softmax};
 use rayon::prelude::*;
 
 /// Held-out tokens that recall is taken over. Times all layers these are enough for three digits.
 const SAMPLE_TOKENS_MAX: usize = 512;
-/// A neuron is a member of a centroid from this frequency on.
-const MEMBER_FREQUENCY: f32 = 0.5;
-/// Puts neurons outside the intersection of two centroids behind all inside it.
-const OUTSIDE: f32 = 1e-12;
 
 /// The tables and true masks that recall is taken from.
 pub struct Recall {
@@ -86,10 +83,9 @@ impl Layer {
         let neurons = self.truth[0].neurons();
         match &self.tables {
             Tables::Joint(table) => {
-                let mut energy = vec![0.0; neurons];
-                for (probability, row) in softmax(heads).into_iter().zip(table.chunks_exact(neurons)) {
-                    energy.iter_mut().zip(row).for_each(|(sum, value)| *sum += probability * value.to_f32());
-                }
+                let (mut probabilities, mut energy) = (vec![0.0; centroids], vec![0.0; neurons]);
+                softmax(heads, &mut probabilities);
+                mix_energy(table, &probabilities, &mut energy);
                 // The order of energies is that of half their logarithms.
                 pick(self.k, neurons, |neuron| energy[neuron])
             }
@@ -97,27 +93,10 @@ impl Layer {
                 let (gate, up) = heads.split_at(centroids);
                 let gate = &table.gate_frequency[argmax(gate) * neurons..][..neurons];
                 let up = &table.up_frequency[argmax(up) * neurons..][..neurons];
-                pick(self.k, neurons, |neuron| {
-                    let (gate, up) = (gate[neuron].to_f32(), up[neuron].to_f32());
-                    let inside = gate >= MEMBER_FREQUENCY && up >= MEMBER_FREQUENCY;
-                    gate * up * if inside { 1.0 } else { OUTSIDE }
-                })
+                pick(self.k, neurons, |neuron| meet(gate[neuron], up[neuron]))
             }
         }
     }
-}
-
-/// Index of the highest logit, the first of equals.
-pub fn argmax(logits: &[f32]) -> usize {
-    (0..logits.len()).fold(0, |best, index| if logits[index] > logits[best] { index } else { best })
-}
-
-/// Probabilities of logits.
-pub fn softmax(logits: &[f32]) -> Vec<f32> {
-    let highest = logits[argmax(logits)];
-    let powers: Vec<f32> = logits.iter().map(|logit| (logit - highest).exp()).collect();
-    let sum: f32 = powers.iter().sum();
-    powers.into_iter().map(|power| power / sum).collect()
 }
 
 fn pick(k: usize, neurons: usize, score: impl Fn(usize) -> f32) -> Mask {
@@ -193,11 +172,5 @@ mod tests {
         check(table(), 2, &[1.0, 0.0, 1.0, 0.0], &[0]);
         check(table(), 2, &[1.0, 0.0, 1.0, 0.0], &[0, 1]);
         check(table(), 2, &[0.0, 1.0, 1.0, 0.0], &[2, 3]);
-    }
-
-    #[test]
-    fn softmax_is_stable() {
-        assert_eq!(softmax(&[1000.0, 1000.0]), [0.5, 0.5]);
-        assert_eq!(argmax(&[1.0, 3.0, 3.0]), 1);
     }
 }

@@ -1,15 +1,10 @@
 //! `centroid`: the paper's rule, as a faithful baseline.
 
+use super::score::{argmax, meet};
 use super::{ActiveSets, Certainty, Point, Selector, SelectorKind, SelectorOptions, TopK, no_network};
 use crate::Result;
 use crate::predictor::Predictor;
 use np_formats::{Centroids, Geometry, Mask, PredictorWeights, Projection, SeparateTable};
-
-/// A neuron is a member of a centroid from this frequency on.
-const MEMBER_FREQUENCY: f32 = 0.5;
-/// Puts neurons outside the intersection behind all neurons inside it: two frequencies with one pseudo-count over fewer
-/// than a million tokens multiply to more than this.
-const OUTSIDE: f32 = 1e-12;
 
 /// The argmax gate centroid and the argmax up centroid of each layer: their intersection first, each part in the order
 /// of log f_gate + log f_up (+ margin for the previous active set), trimmed or filled to exactly K.
@@ -74,23 +69,9 @@ impl Selector for Centroid {
             let up = &table.up_frequency[argmax(up_logits) * neurons..][..neurons];
             let bonus = self.bonus;
             let score = |neuron: usize| {
-                let (gate, up) = (gate[neuron].to_f32(), up[neuron].to_f32());
-                let inside = gate >= MEMBER_FREQUENCY && up >= MEMBER_FREQUENCY;
-                let kept = if previous.contains(neuron as u32) { bonus } else { 1.0 };
-                gate * up * kept * if inside { 1.0 } else { OUTSIDE }
+                meet(gate[neuron], up[neuron]) * if previous.contains(neuron as u32) { bonus } else { 1.0 }
             };
             self.top_k.pick(self.k, score, out.name(layer as u16, Certainty::Firm));
         }
     }
-}
-
-/// Index of the highest logit, the first of equals.
-fn argmax(logits: &[f32]) -> usize {
-    let mut best = 0;
-    for (index, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = index;
-        }
-    }
-    best
 }

@@ -1,16 +1,11 @@
 //! `mixture`: energy tables, mixed softly.
 
+use super::score::{mix_energy, softmax};
 use super::{ActiveSets, Certainty, Point, Selector, SelectorKind, SelectorOptions, TopK, no_network};
 use crate::Result;
 use crate::predictor::Predictor;
 use half::bf16;
 use np_formats::{Centroids, Geometry, Mask, PredictorWeights, Projection};
-
-/// A centroid with less probability than this does not enter the mixture: it could move a score by 0.0005 nats where
-/// tables are alike, and leaving it out saves a pass over a table row.
-const PROBABILITY_MIN: f32 = 1e-3;
-/// Keeps a score finite where all tables are zero.
-const ENERGY_MIN: f32 = 1e-30;
 
 /// Score ½ log Σ_c p_c E\[c\]\[i\] (+ margin for the previous active set), where p is the predictor's softmax over the
 /// layer's joint centroids and E\[c\]\[i\] the mean squared importance of neuron i over centroid c's tokens.
@@ -74,33 +69,11 @@ impl Selector for Mixture {
         for (index, table) in self.tables.iter().enumerate() {
             let layer = self.first + index;
             softmax(&logits[index * self.centroids..][..self.centroids], &mut self.probabilities);
-            self.energy.fill(ENERGY_MIN);
-            let rows = table.chunks_exact(self.energy.len());
-            for (row, &probability) in rows.zip(&self.probabilities).filter(|(_, p)| **p >= PROBABILITY_MIN) {
-                for (energy, value) in self.energy.iter_mut().zip(row) {
-                    *energy += probability * widen(*value);
-                }
-            }
+            mix_energy(table, &self.probabilities, &mut self.energy);
             let (energy, previous, bonus) = (&self.energy, &previous[layer], self.bonus);
             // Multiplying before the logarithm is adding after it, and the order of energies is that of their logarithms.
             let score = |neuron| energy[neuron] * if previous.contains(neuron as u32) { bonus } else { 1.0 };
             self.top_k.pick(self.k, score, out.name(layer as u16, Certainty::Firm));
         }
     }
-}
-
-/// The half crate's own conversion tests for NaN, which keeps the loop from being vectorised; tables hold none.
-fn widen(value: bf16) -> f32 {
-    f32::from_bits(u32::from(value.to_bits()) << 16)
-}
-
-/// Probabilities of `logits`.
-fn softmax(logits: &[f32], probabilities: &mut [f32]) {
-    let highest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0;
-    for (probability, logit) in probabilities.iter_mut().zip(logits) {
-        *probability = (logit - highest).exp();
-        sum += *probability;
-    }
-    probabilities.iter_mut().for_each(|probability| *probability /= sum);
 }

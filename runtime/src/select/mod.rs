@@ -6,6 +6,7 @@
 mod centroid;
 mod fixed;
 mod mixture;
+pub mod score;
 mod top_k;
 
 pub use top_k::TopK;
