@@ -103,11 +103,6 @@ impl RowStore {
         })
     }
 
-    /// The layout.
-    pub fn layout(&self) -> &RowLayout {
-        &self.layout
-    }
-
     /// Reads all rows of the dense layers. `done` hears of each finished layer.
     pub fn load_dense(&mut self, mut done: impl FnMut(usize)) -> std::result::Result<(), ReadFault> {
         let all = Mask::full(self.header.neurons as usize);
